@@ -1,0 +1,340 @@
+# Copyright (c) 2026, NVIDIA CORPORATION. All rights reserved.
+
+"""Norm, clipping and zero count of gradients that need not share a dtype, device or sharding."""
+
+import inspect
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.tensor import DTensor
+
+from ..package_info import MAJOR, MINOR
+from ..tensor_parallel import param_is_not_tensor_parallel_duplicate
+from ..transformer.module import param_is_not_shared
+
+# Other packages read both names from here.
+from ..utils import get_data_parallel_group_if_dtensor, to_local_if_dtensor  # pylint: disable=W0611
+
+try:
+    from ..tensor_parallel import param_is_not_gtp_duplicate
+except ImportError:  # before 0.19, and on the dev branch
+
+    def param_is_not_gtp_duplicate(param: torch.Tensor) -> bool:
+        """No generalized tensor parallelism, no duplicates of its making."""
+        return True
+
+
+# Looked up at every call, so that they can be replaced; None where there is no such kernel.
+multi_tensor_applier = l2_norm_impl = None
+multi_tensor_scale_impl = multi_tensor_scale_tensor_impl = None
+try:
+    from transformer_engine.pytorch import optimizers as _te
+    from transformer_engine.pytorch.optimizers import multi_tensor_applier
+    from transformer_engine.pytorch.optimizers import multi_tensor_l2norm as l2_norm_impl
+    from transformer_engine.pytorch.optimizers import multi_tensor_scale as multi_tensor_scale_impl
+
+    # TE before 2.14 has the other three only.
+    multi_tensor_scale_tensor_impl = getattr(_te, "multi_tensor_scale_tensor", None)
+except ImportError:
+    try:
+        import amp_C
+        from apex.multi_tensor_apply import multi_tensor_applier
+
+        l2_norm_impl, multi_tensor_scale_impl = amp_C.multi_tensor_l2norm, amp_C.multi_tensor_scale
+    except ImportError:
+        warnings.warn("No Transformer Engine and no apex: gradient norms and clipping use torch.")
+
+logger = logging.getLogger(__name__)
+_seen_compositions: set[str] = set()
+
+_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Megatron-Core before 0.17 expects the norm as a float.
+_TENSOR_NORM_EXPECTED = (MAJOR, MINOR) >= (0, 17)
+
+
+def _is_fusable(grad: torch.Tensor) -> bool:
+    """Whether the fused kernels, which see a bare pointer and a size, may handle this tensor."""
+    return (
+        grad.is_cuda and grad.dtype in _FUSED_DTYPES and grad.numel() > 0 and grad.is_contiguous()
+    )
+
+
+def _sharding_of(grad: torch.Tensor, name: str) -> tuple:
+    """(mesh, dim) pairs over which a tensor's shards add up; none for what counts once."""
+    # A rank outside the mesh holds no part and has no process group there.
+    if not isinstance(grad, DTensor) or grad.device_mesh.get_coordinate() is None:
+        return ()
+    if any(placement.is_partial() for placement in grad.placements):
+        raise ValueError(
+            f"{name} has placements {grad.placements}; a DTensor gradient must be sharded or "
+            f"replicated: redistribute() it first."
+        )
+    # Not is_shard(), which is false for the strided shards of FSDP2 over tensor parallelism.
+    sharded = [dim for dim, place in enumerate(grad.placements) if not place.is_replicate()]
+    return tuple((grad.device_mesh, dim) for dim in sharded)
+
+
+def _launch_groups(grads: Iterable, name: str, by_sharding: bool) -> dict[tuple, list]:
+    """Local tensors by (sharding, device, dtype, fusable), keys in order of first appearance.
+
+    Only a group that is not fusable can be empty; it stays for its sharding's collectives.
+    """
+    groups = {}
+    for position, grad in enumerate(grads):
+        if grad is None:
+            continue
+        sharding = ()
+        if isinstance(grad, DTensor):
+            sharding = _sharding_of(grad, name % position) if by_sharding else ()
+            grad = to_local_if_dtensor(grad)
+        fusable = _is_fusable(grad)
+        # Empty or not: a shard may be empty on this rank and not on the next.
+        if not (fusable or grad.is_floating_point()):
+            raise TypeError(
+                f"{name % position} has dtype {grad.dtype}; gradients must be floating point: "
+                f"leave it out of this call."
+            )
+        group = groups.setdefault((sharding, grad.device, grad.dtype, fusable), [])
+        if fusable or grad.numel() > 0:
+            group.append(grad)
+    if logger.isEnabledFor(logging.DEBUG):
+        counts = Counter()
+        for (_, _, dtype, _), group in groups.items():
+            counts[str(dtype)] += len(group)
+        composition = f"groups={dict(+counts)}"
+        if composition not in _seen_compositions:
+            _seen_compositions.add(composition)
+            logger.debug(composition)
+    return groups
+
+
+def _pieces(grad: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views of one or more dimensions that cover `grad`, each fit for one operation of torch."""
+    # A CPU copies the operand whose dtype it promotes; GPU reductions may fault from 2^31 elements.
+    most = 2**16 if grad.device.type == "cpu" else 2**30
+    if grad.is_contiguous():
+        grad = grad.view(-1)
+    if grad.numel() <= most:
+        yield grad
+        return
+    widest = max(range(grad.dim()), key=grad.size)
+    for half in grad.chunk(2, widest):
+        yield from _pieces(half)
+
+
+def _norm_of_group(
+    grads: list[torch.Tensor], norm_type: float, device: torch.device, fusable: bool
+) -> torch.Tensor:
+    """Norm of a launch group as a tensor of one element on `device`, in fp32 or better."""
+    if not grads:
+        return torch.zeros(1, device=device)
+    if norm_type == 2.0 and fusable and l2_norm_impl is not None:
+        with torch.cuda.device_of(grads[0]):
+            noop_flag = torch.zeros(1, dtype=torch.int, device=device)
+            return multi_tensor_applier(l2_norm_impl, noop_flag, [grads], False)[0]
+    # On a CPU, an fp32 sum of a million elements is off by more than 1e-6.
+    at_least = torch.float64 if device.type == "cpu" else torch.float32
+    dtype = torch.promote_types(grads[0].dtype, at_least)
+    pieces = [piece for grad in grads for piece in _pieces(grad)]
+    norms = torch._foreach_norm(pieces, norm_type, dtype=dtype)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _reduction_device(group: ProcessGroup | None) -> torch.device:
+    """Where the group's backend reduces: the same kind of device on every rank, grads or none."""
+    config = torch.distributed.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+    backend = dict(pair.split(":") for pair in config.split(",")).get("cuda", "gloo")
+    # gloo accepts GPU tensors, but reduces in host memory.
+    on_gpu = backend != "gloo" and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _all_reduce(
+    partials: Iterable[tuple], dtype: torch.dtype, op: ReduceOp, group: ProcessGroup | None
+) -> torch.Tensor:
+    """Reduce (sharding, value) pairs over their mesh dimensions, then all once over `group`."""
+    device = _reduction_device(group)
+    combine = torch.maximum if op == ReduceOp.MAX else torch.add
+    total = torch.zeros(1, dtype=dtype, device=device)
+    sums = {}
+    for sharding, value in partials:
+        sums[sharding] = combine(sums.get(sharding, total), value.to(device, dtype))
+
+    # By mesh, not as listed: two ranks that meet in two meshes must take them in one order.
+    for sharding in sorted(sums, key=lambda key: str([(m.mesh.tolist(), dim) for m, dim in key])):
+        value = sums[sharding]
+        for mesh, dim in sharding:
+            value = value.to(_reduction_device(mesh.get_group(dim)))
+            torch.distributed.all_reduce(value, op=op, group=mesh.get_group(dim))
+        total = combine(total, value.to(device))
+    torch.distributed.all_reduce(total, op=op, group=group)
+    return total
+
+
+@torch.no_grad()
+def get_grad_norm_fp32(
+    grads_for_norm: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: int | float | str = 2,
+    grad_stats_parallel_group: ProcessGroup | None = None,
+) -> torch.Tensor | float:
+    """Norm of the gradients of all ranks, taken as one vector.
+
+    Every rank does one all-reduce over `grad_stats_parallel_group`, whatever it holds, and before
+    it one for each mesh dimension on which it has sharded DTensors. An L2 norm takes one fused
+    launch a (device, dtype) and is the root of the sum of their squared norms, added in fp32.
+
+    Args:
+        grads_for_norm: Gradients of any shape, also empty, any floating dtype, on any device;
+            DTensors and plain tensors in any order.
+        norm_type: p of the p-norm (as `torch.linalg.vector_norm` defines it), above 0; inf or
+            'inf' for the largest absolute value.
+        grad_stats_parallel_group: The default group if None.
+
+    Returns:
+        In megatron-core 0.17 and later, for a finite `norm_type`, with a kernel that scales by a
+        tensor: fp32 tensor of shape (1,) on the gradients' GPU (if none, where the group reduces),
+        no host synchronization as long as gradients and group are on that GPU. Otherwise: float.
+
+    Raises:
+        TypeError: A gradient is integer or complex.
+        ValueError: `norm_type` is not above 0, or a DTensor gradient is partial. Like the
+            TypeError this is in the model's definition, not in its data; with pipeline stages
+            either can still hit one rank while others wait.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0.0:
+        raise ValueError(f"norm_type is {norm_type}; it must be above 0: pass 2, or inf.")
+    if isinstance(grads_for_norm, torch.Tensor):
+        grads_for_norm = [grads_for_norm]
+    groups = _launch_groups(grads_for_norm, "grads_for_norm[%d]", by_sharding=True)
+    norms = [
+        (sharding, _norm_of_group(grads, norm_type, device, fusable))
+        for (sharding, device, _, fusable), grads in groups.items()
+    ]
+
+    if norm_type == torch.inf:
+        # A MAX of floats may lose a NaN. The bits of fp32 numbers without sign order as integers
+        # do, NaN above inf.
+        bits = [(sharding, norm.float().abs().view(torch.int32)) for sharding, norm in norms]
+        total = _all_reduce(bits, torch.int32, ReduceOp.MAX, grad_stats_parallel_group)
+        return total.view(torch.float32).item()
+
+    powers = [(sharding, norm.pow(norm_type)) for sharding, norm in norms]
+    total = _all_reduce(powers, torch.float32, ReduceOp.SUM, grad_stats_parallel_group)
+    if not _TENSOR_NORM_EXPECTED or multi_tensor_scale_tensor_impl is None:
+        return total.item() ** (1.0 / norm_type)
+    gpus = [device for _, device, _, _ in groups if device.type == "cuda"]
+    return total.pow(1.0 / norm_type).to(gpus[0] if gpus else total.device)
+
+
+@torch.no_grad()
+def clip_grad_by_total_norm_fp32(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: int | float,
+    total_norm: torch.Tensor | float,
+    use_decoupled_grad: bool = False,
+) -> None:
+    """Scale gradients in place by min(1, max_norm / (total_norm + 1e-6)).
+
+    The formula is that of `torch.nn.utils.clip_grad_norm_`. Each element is multiplied in fp32
+    (fp64 ones in fp64) and rounded once. One fused launch a (device, dtype); no collective.
+
+    Args:
+        parameters: Those without a gradient are passed over.
+        max_norm: Inf scales nothing.
+        total_norm: A float gives a coefficient in double, rounded once to fp32; NaN leaves
+            gradients as they are. A tensor of one element gives one in fp32 on its device, with no
+            host synchronization for gradients there; NaN makes them NaN.
+        use_decoupled_grad: Scale `.decoupled_grad`, not `.grad`.
+
+    Raises:
+        TypeError: A gradient is integer or complex.
+    """
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    if max_norm == torch.inf:
+        return
+    clip_coeff, scale_impl = max_norm / (total_norm + 1.0e-6), multi_tensor_scale_impl
+    if is_tensor := isinstance(clip_coeff, torch.Tensor):
+        clip_coeff = clip_coeff.clamp(max=1.0).to(torch.float32).view(1)
+        scale_impl = multi_tensor_scale_tensor_impl
+    elif not clip_coeff < 1.0:
+        return
+
+    attribute = "decoupled_grad" if use_decoupled_grad else "grad"
+    grads = (getattr(param, attribute, None) for param in parameters)
+    groups = _launch_groups(grads, f"parameters[%d].{attribute}", by_sharding=False)
+    for (_, device, _, fusable), group in groups.items():
+        coeff = clip_coeff.to(device) if is_tensor else clip_coeff
+        if fusable and scale_impl is not None:
+            with torch.cuda.device_of(group[0]):
+                noop_flag = torch.zeros(1, dtype=torch.int, device=device)
+                multi_tensor_applier(scale_impl, noop_flag, [group, list(group)], coeff)
+            continue
+        if not is_tensor:
+            coeff = torch.full((1,), clip_coeff, dtype=torch.float32, device=device)
+        for piece in (piece for grad in group for piece in _pieces(grad)):
+            # A coefficient of no dimensions would first be rounded to the dtype of the gradient.
+            piece.mul_(coeff)
+
+
+@torch.no_grad()
+def count_zeros_fp32(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    grad_stats_parallel_group: ProcessGroup | None,
+    use_decoupled_grad: bool = False,
+    tp_group: ProcessGroup | None = None,
+    expert_tp_group: ProcessGroup | None = None,
+    gtp_group: ProcessGroup | None = None,
+    expert_gtp_group: ProcessGroup | None = None,
+) -> int:
+    """Number of zeros in the gradients of all ranks, summed in int64.
+
+    Shared parameters and (generalized) tensor-parallel duplicates count once; a parameter that
+    Megatron-FSDP manages counts by its local shards. The collectives are those of the norm.
+
+    Args:
+        parameters: Those without a gradient are passed over.
+        grad_stats_parallel_group: The default group if None.
+        use_decoupled_grad: Count in `.decoupled_grad`, not in `.grad`.
+        tp_group, expert_tp_group, gtp_group, expert_gtp_group: Tell duplicates apart, in releases
+            whose filters take them; None for the groups of `parallel_state`.
+
+    Returns:
+        The count, an int; one host synchronization.
+
+    Raises:
+        ValueError: A DTensor gradient is partial.
+    """
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    attribute = "decoupled_grad" if use_decoupled_grad else "grad"
+    given = dict(tp_group=tp_group, expert_tp_group=expert_tp_group)
+    given.update(gtp_group=gtp_group, expert_gtp_group=expert_gtp_group)
+    filters = [param_is_not_shared]
+    filters += [param_is_not_tensor_parallel_duplicate, param_is_not_gtp_duplicate]
+    # Each release has its own keywords.
+    known = [(keep, given.keys() & inspect.signature(keep).parameters.keys()) for keep in filters]
+
+    counts = {}
+    for position, param in enumerate(parameters):
+        grad, sharding, padding = getattr(param, attribute, None), (), 0
+        if grad is None:
+            continue
+        if getattr(param, "__fsdp_param__", False):
+            grad = grad._local_tensor
+        elif all(keep(param, **{name: given[name] for name in names}) for keep, names in known):
+            sharding = _sharding_of(grad, f"parameters[{position}].{attribute}")
+            grad = to_local_if_dtensor(grad)
+            padding = getattr(param, "gtp_pad_zeros", 0)
+        else:
+            continue
+        key = (sharding, grad.device)
+        zeros = grad.numel() - padding - torch.count_nonzero(grad)
+        counts[key] = counts.get(key, 0) + zeros
+    partials = [(sharding, count) for (sharding, _), count in counts.items()]
+    return _all_reduce(partials, torch.int64, ReduceOp.SUM, grad_stats_parallel_group).item()
