@@ -135,7 +135,7 @@ def train_on_cpu(steps: int, record: Record) -> None:
         norm = record.get_grad_norm_fp32([param.decoupled_grad for param in parameters])
         record.clip_grad_by_total_norm_fp32(parameters, MAX_NORM, norm, use_decoupled_grad=True)
         with torch.no_grad():
-            for param, master in zip(parameters, masters):
+            for param, master in zip(parameters, masters, strict=True):
                 param.copy_(master.sub_(param.decoupled_grad.float(), alpha=0.5))
         record.row(step, loss)
 
@@ -165,9 +165,8 @@ def train_on_gpu(steps: int, record: Record) -> None:
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
     )
-    gpt = GPTModel(
-        config, get_gpt_layer_with_transformer_engine_spec(), vocab_size=1024, max_sequence_length=64
-    )
+    layers = get_gpt_layer_with_transformer_engine_spec()
+    gpt = GPTModel(config, layers, vocab_size=1024, max_sequence_length=64)
     gpt.decoder.alpha = torch.nn.Parameter(torch.ones(256, device="cuda"))
     gpt.decoder.bias = torch.nn.Parameter(torch.zeros(256, device="cuda"))
     gpt.decoder.register_forward_hook(

@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 from torch.distributed import ProcessGroup, ReduceOp
@@ -93,10 +94,10 @@ def _launch_groups(grads: Iterable, name: str, by_sharding: bool) -> dict[tuple,
             grad = to_local_if_dtensor(grad)
         fusable = _is_fusable(grad)
         # Empty or not: a shard may be empty on this rank and not on the next.
-        if not (fusable or grad.is_floating_point()):
+        if not (fusable or (grad.is_floating_point() and grad.itemsize > 1)):
             raise TypeError(
-                f"{name % position} has dtype {grad.dtype}; gradients must be floating point: "
-                f"leave it out of this call."
+                f"{name % position} has dtype {grad.dtype}; gradients must be floating point, of "
+                f"16 bits or more: leave it out of this call."
             )
         group = groups.setdefault((sharding, grad.device, grad.dtype, fusable), [])
         if fusable or grad.numel() > 0:
@@ -137,8 +138,8 @@ def _norm_of_group(
             noop_flag = torch.zeros(1, dtype=torch.int, device=device)
             return multi_tensor_applier(l2_norm_impl, noop_flag, [grads], False)[0]
     # On a CPU, an fp32 sum of a million elements is off by more than 1e-6.
-    at_least = torch.float64 if device.type == "cpu" else torch.float32
-    dtype = torch.promote_types(grads[0].dtype, at_least)
+    wide = device.type == "cpu" or grads[0].dtype == torch.float64
+    dtype = torch.float64 if wide else torch.float32
     pieces = [piece for grad in grads for piece in _pieces(grad)]
     norms = torch._foreach_norm(pieces, norm_type, dtype=dtype)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -200,7 +201,7 @@ def get_grad_norm_fp32(
         no host synchronization as long as gradients and group are on that GPU. Otherwise: float.
 
     Raises:
-        TypeError: A gradient is integer or complex.
+        TypeError: A gradient is integer or complex, or has 8 bits an element.
         ValueError: `norm_type` is not above 0, or a DTensor gradient is partial. Like the
             TypeError this is in the model's definition, not in its data; with pipeline stages
             either can still hit one rank while others wait.
@@ -252,7 +253,7 @@ def clip_grad_by_total_norm_fp32(
         use_decoupled_grad: Scale `.decoupled_grad`, not `.grad`.
 
     Raises:
-        TypeError: A gradient is integer or complex.
+        TypeError: A gradient is integer or complex, or has 8 bits an element.
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
@@ -313,12 +314,13 @@ def count_zeros_fp32(
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     attribute = "decoupled_grad" if use_decoupled_grad else "grad"
-    given = dict(tp_group=tp_group, expert_tp_group=expert_tp_group)
-    given.update(gtp_group=gtp_group, expert_gtp_group=expert_gtp_group)
+    groups = {"tp_group": tp_group, "expert_tp_group": expert_tp_group}
+    groups |= {"gtp_group": gtp_group, "expert_gtp_group": expert_gtp_group}
     filters = [param_is_not_shared]
-    filters += [param_is_not_tensor_parallel_duplicate, param_is_not_gtp_duplicate]
-    # Each release has its own keywords.
-    known = [(keep, given.keys() & inspect.signature(keep).parameters.keys()) for keep in filters]
+    for keep in (param_is_not_tensor_parallel_duplicate, param_is_not_gtp_duplicate):
+        # Each release's filters take other groups.
+        taken = groups.keys() & inspect.signature(keep).parameters.keys()
+        filters.append(partial(keep, **{name: groups[name] for name in taken}))
 
     counts = {}
     for position, param in enumerate(parameters):
@@ -327,7 +329,7 @@ def count_zeros_fp32(
             continue
         if getattr(param, "__fsdp_param__", False):
             grad = grad._local_tensor
-        elif all(keep(param, **{name: given[name] for name in names}) for keep, names in known):
+        elif all(keep(param) for keep in filters):
             sharding = _sharding_of(grad, f"parameters[{position}].{attribute}")
             grad = to_local_if_dtensor(grad)
             padding = getattr(param, "gtp_pad_zeros", 0)
