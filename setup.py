@@ -39,7 +39,7 @@ setup(
     packages=["megatron.clip_grads_patch"],
     cmdclass={"build_py": BuildWithClipGrads},
     install_requires=["torch>=2.5", "megatron-core"],
-    extras_require={"te": ["transformer-engine[pytorch]"], "test": ["pytest", "hypothesis"]},
+    extras_require={"te": ["transformer-engine[pytorch]"], "test": ["pytest", "hypothesis", "setuptools", "triton; sys_platform == 'linux'"]},
     entry_points={
         "console_scripts": ["megatron-clip-grads = megatron.clip_grads_patch.command:main"]
     },

@@ -131,12 +131,13 @@ def demo(options: argparse.Namespace) -> int:
         )
     try:
         from .demo import run
+
+        return run(options.steps)
     except ImportError as error:
         raise Refusal(
             f"the demo needs torch and a Megatron-Core that imports: {error}",
             "install what is missing; the other verbs work without it",
         ) from error
-    return run(options.steps)
 
 
 def _undo(options: argparse.Namespace, verb: str = "revert") -> str:

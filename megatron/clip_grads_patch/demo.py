@@ -152,8 +152,10 @@ def train_on_gpu(steps: int, record: Record) -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    warnings.simplefilter("ignore")  # TE turns its own on when it is imported
     model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
         num_layers=2,
@@ -161,19 +163,20 @@ def train_on_gpu(steps: int, record: Record) -> None:
         num_attention_heads=4,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        attention_backend=AttnBackend.unfused,  # the fused ones depend on cuDNN's version
         bf16=True,
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
     )
     layers = get_gpt_layer_with_transformer_engine_spec()
-    gpt = GPTModel(config, layers, vocab_size=1024, max_sequence_length=64)
+    gpt = GPTModel(config, layers, vocab_size=1024, max_sequence_length=64).cuda().bfloat16()
     gpt.decoder.alpha = torch.nn.Parameter(torch.ones(256, device="cuda"))
     gpt.decoder.bias = torch.nn.Parameter(torch.zeros(256, device="cuda"))
     gpt.decoder.register_forward_hook(
         lambda block, _, hidden: (block.alpha * hidden.float() + block.bias).to(hidden.dtype)
     )
     model = DistributedDataParallel(
-        config, DistributedDataParallelConfig(use_distributed_optimizer=True), gpt.cuda()
+        config, DistributedDataParallelConfig(use_distributed_optimizer=True), gpt
     )
     settings = OptimizerConfig(
         optimizer="adam",
