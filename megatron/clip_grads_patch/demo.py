@@ -49,6 +49,7 @@ class Record:
         self.get_norm = clip_grads.get_grad_norm_fp32
         self.clip = clip_grads.clip_grad_by_total_norm_fp32
         self.worst = 0.0
+        self.rows = []
         self.groups, self.norm, self.reference, self.after = {}, math.nan, math.nan, math.nan
         print("step      loss        norm  float64 reference  rel. error  clipped to  groups")
 
@@ -64,11 +65,13 @@ class Record:
         """Like the real one."""
         self.clip(parameters, *args, **kwargs)
         grads = [getattr(param, "decoupled_grad", param.grad) for param in parameters]
-        self.after = _norm64([grad for grad in grads if grad is not None])
+        local = [getattr(grad, "_local_tensor", grad) for grad in grads if grad is not None]
+        self.after = _norm64(local)
 
     def row(self, step: int, loss: torch.Tensor) -> None:
         """Print what one step did."""
         error = abs(self.norm / self.reference - 1.0)
+        self.rows.append((loss.item(), self.norm, self.reference, self.after, self.groups))
         # Also counts a NaN, which compares as false, as an error without bound.
         self.worst = max(self.worst, error) if error <= MAX_ERROR else math.inf
         print(
@@ -140,8 +143,13 @@ def train_on_cpu(steps: int, record: Record) -> None:
         record.row(step, loss)
 
 
-def train_on_gpu(steps: int, record: Record) -> None:
-    """A GPT whose block output is scaled by natively fp32 parameters; Megatron's own step."""
+def train_on_gpu(
+    steps: int, record: Record, native_fp32: bool = True, fsdp: bool = False, **more
+) -> None:
+    """A GPT whose block output is scaled by natively fp32 parameters; Megatron's own step.
+
+    `more` are further settings of the optimizer; `fsdp` wraps the model by Megatron-FSDP.
+    """
     import megatron.core.optimizer.optimizer as optimizer_module
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -170,14 +178,20 @@ def train_on_gpu(steps: int, record: Record) -> None:
     )
     layers = get_gpt_layer_with_transformer_engine_spec()
     gpt = GPTModel(config, layers, vocab_size=1024, max_sequence_length=64).cuda().bfloat16()
-    gpt.decoder.alpha = torch.nn.Parameter(torch.ones(256, device="cuda"))
-    gpt.decoder.bias = torch.nn.Parameter(torch.zeros(256, device="cuda"))
-    gpt.decoder.register_forward_hook(
-        lambda block, _, hidden: (block.alpha * hidden.float() + block.bias).to(hidden.dtype)
-    )
-    model = DistributedDataParallel(
-        config, DistributedDataParallelConfig(use_distributed_optimizer=True), gpt
-    )
+    if native_fp32:
+        gpt.decoder.alpha = torch.nn.Parameter(torch.ones(256, device="cuda"))
+        gpt.decoder.bias = torch.nn.Parameter(torch.zeros(256, device="cuda"))
+        gpt.decoder.register_forward_hook(
+            lambda block, _, hidden: (block.alpha * hidden.float() + block.bias).to(hidden.dtype)
+        )
+    wrap, wrapping = DistributedDataParallel, DistributedDataParallelConfig()
+    wrapping.use_distributed_optimizer = True
+    if fsdp:
+        from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+        wrap, wrapping.use_megatron_fsdp = FullyShardedDataParallel, True
+        wrapping.data_parallel_sharding_strategy = "optim_grads_params"
+    model = wrap(config, wrapping, gpt)
     settings = OptimizerConfig(
         optimizer="adam",
         lr=1e-3,
@@ -187,6 +201,7 @@ def train_on_gpu(steps: int, record: Record) -> None:
         use_distributed_optimizer=True,
         use_precision_aware_optimizer=True,
         main_grads_dtype=torch.bfloat16,
+        **more,
     )
     optimizer = get_megatron_optimizer(settings, [model])
     optimizer_module.get_grad_norm_fp32 = record.get_grad_norm_fp32
@@ -204,8 +219,8 @@ def train_on_gpu(steps: int, record: Record) -> None:
         record.row(step, loss)
 
 
-def run(steps: int, original: str | None = None) -> int:
-    """Train and print; `original` takes clip_grads from that file. Returns the exit code."""
+def load(original: str | None = None):
+    """Import clip_grads, from the file `original` if one is named, and name what it runs on."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     if original:
@@ -219,8 +234,13 @@ def run(steps: int, original: str | None = None) -> int:
     else:
         print("kernels: none; torch's operations on the CPU, so this says nothing about a GPU")
     print(f"file: {clip_grads.__file__}; torch {torch.__version__}", flush=True)
-
     _initialize("nccl" if on_gpu else "gloo")
+    return clip_grads, on_gpu
+
+
+def run(steps: int, original: str | None = None) -> int:
+    """Train and print; `original` takes clip_grads from that file. Returns the exit code."""
+    clip_grads, on_gpu = load(original)
     record = Record(clip_grads)
     (train_on_gpu if on_gpu else train_on_cpu)(steps, record)
     torch.distributed.destroy_process_group()
