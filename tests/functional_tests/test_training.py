@@ -1,4 +1,4 @@
-"""A real GPT: Megatron's DDP, distributed and precision-aware optimizer, natively fp32 parameters."""
+"""A real GPT of bf16 and natively fp32 parameters, with Megatron's own optimizers."""
 
 import json
 import math
