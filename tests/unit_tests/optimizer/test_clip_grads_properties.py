@@ -12,6 +12,7 @@ from tests.unit_tests.optimizer.test_clip_grads_table import norm64, parameters,
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 PLENTY = settings(
     max_examples=150,
+    derandomize=True,  # what passes today passes tomorrow; the fuzz run is for new lists
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -40,7 +40,7 @@ def random(shape, dtype=FP32, seed=0, scale=1.0):
 
 def norm64(grads, norm_type=2.0):
     """The reference: all elements as one float64 vector."""
-    flat = [grad.double().flatten() for grad in grads]
+    flat = [grad.double().flatten() for grad in grads if grad.numel()]
     return torch.linalg.vector_norm(torch.cat(flat), float(norm_type)).item() if flat else 0.0
 
 
