@@ -21,7 +21,7 @@ class BuildWithClipGrads(build_py):
 
     def run(self):
         super().run()
-        if not self.editable_mode:
+        if not getattr(self, "editable_mode", False):
             shutil.copyfile(CLIP_GRADS, Path(self.build_lib, PACKAGE, "clip_grads.py"))
 
     def get_source_files(self):
@@ -39,7 +39,10 @@ setup(
     packages=["megatron.clip_grads_patch"],
     cmdclass={"build_py": BuildWithClipGrads},
     install_requires=["torch>=2.5", "megatron-core"],
-    extras_require={"te": ["transformer-engine[pytorch]"], "test": ["pytest", "hypothesis", "setuptools", "triton; sys_platform == 'linux'"]},
+    extras_require={
+        "te": ["transformer-engine[pytorch]"],
+        "test": ["pytest", "hypothesis", "setuptools>=70.1", "triton; sys_platform == 'linux'"],
+    },
     entry_points={
         "console_scripts": ["megatron-clip-grads = megatron.clip_grads_patch.command:main"]
     },

@@ -1,78 +1,93 @@
 """Put a file in the place of another so that a kill at any moment leaves one of the two, whole."""
 
+import contextlib
+import fcntl
 import os
 import shutil
-import stat
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
-def write(target: Path, content: bytes, like: os.stat_result) -> None:
-    """Replace `target` by a new file with this content, and with the mode and owner of `like`."""
-    handle, temporary = tempfile.mkstemp(prefix=".clip_grads-", suffix=".tmp", dir=target.parent)
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keep other runs of this command out of a folder, and clear up what a killed one left."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        with os.fdopen(handle, "wb") as new:
-            new.write(content)
-            new.flush()
-            made = os.fstat(new.fileno())
-            if (made.st_uid, made.st_gid) != (like.st_uid, like.st_gid):
-                os.fchown(new.fileno(), like.st_uid, like.st_gid)
-            os.fchmod(new.fileno(), stat.S_IMODE(like.st_mode))
-            os.fsync(new.fileno())
-        _swap(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def link(target: Path, to: Path) -> None:
-    """Replace `target` by a symbolic link."""
-    folder = tempfile.mkdtemp(prefix=".clip_grads-", suffix=".tmp", dir=target.parent)
-    temporary = os.path.join(folder, target.name)
-    try:
-        os.symlink(to, temporary)
-        _swap(temporary, target)
+        # Some network file systems cannot lock; there it is as it was before there were locks.
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        for left in folder.glob(".clip_grads-*.tmp"):
+            shutil.rmtree(left, ignore_errors=True)
+        yield
     finally:
-        Path(temporary).unlink(missing_ok=True)
-        os.rmdir(folder)
+        os.close(handle)
 
 
-def keep(target: Path, content: bytes | None, original: Path) -> None:
-    """Keep the file in place under a second name: itself, not a copy, where the folder can.
+def write(path: Path, content: bytes, mode: int, owner: tuple[int, int]) -> None:
+    """Make a new file, on disk when this returns."""
+    with path.open("xb") as new:
+        new.write(content)
+        new.flush()
+        made = os.fstat(new.fileno())
+        if (made.st_uid, made.st_gid) != owner:
+            os.fchown(new.fileno(), *owner)
+        os.fchmod(new.fileno(), mode)
+        os.fsync(new.fileno())
 
-    `content` is what the decision to replace it was made on. A file kept earlier stays if it is
-    the same, and else (it is of a release since replaced) moves aside.
+
+def replace(target: Path, make: Callable[[Path], None], original: Path | None) -> None:
+    """Replace `target` by what `make` makes, and keep what was there as `original`, if named.
+
+    If anything fails, all is as it was.
     """
-    if os.path.lexists(original):
-        if original.exists() and original.read_bytes() == content:
-            return
-        number = 1
-        while os.path.lexists(f"{original}.{number}"):
-            number += 1
-        os.rename(original, f"{original}.{number}")
+    folder = Path(tempfile.mkdtemp(prefix=".clip_grads-", suffix=".tmp", dir=target.parent))
+    kept = False
+    try:
+        make(folder / target.name)
+        if original:
+            _keep(target, original, folder)
+            kept = True
+            _sync(target.parent)
+        swap(folder / target.name, target)
+    except BaseException:
+        if kept:
+            original.unlink()
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _keep(target: Path, original: Path, folder: Path) -> None:
+    """Give the file in place a second name: itself, not a copy, where the file system can."""
     try:
         os.link(target, original, follow_symlinks=False)
-    except FileExistsError:
-        raise  # somebody else is at work here
-    except OSError:  # no hard links in this file system
-        temporary = tempfile.mkdtemp(prefix=".clip_grads-", suffix=".tmp", dir=target.parent)
-        shutil.copy2(target, os.path.join(temporary, target.name), follow_symlinks=False)
-        os.rename(os.path.join(temporary, target.name), original)
-        os.rmdir(temporary)
-    _sync(target.parent)
+    except OSError:
+        copy, info = folder / "copy", target.lstat()
+        if target.is_symlink():
+            os.symlink(os.readlink(target), copy)
+        else:
+            write(copy, target.read_bytes(), info.st_mode & 0o7777, (info.st_uid, info.st_gid))
+            os.utime(copy, ns=(info.st_atime_ns, info.st_mtime_ns))
+        os.rename(copy, original)
 
 
-def restore(original: Path, target: Path) -> None:
-    """Put the kept file back, and with it its mode, owner and times."""
-    _swap(original, target)
-
-
-def _swap(source: str | Path, target: Path) -> None:
-    # A .pyc that is not checked against its source would win over the new file.
-    for stale in target.parent.glob(f"__pycache__/{target.stem}.*.pyc"):
-        stale.unlink(missing_ok=True)
+def swap(source: Path, target: Path) -> None:
+    """The one step that changes which file is in place."""
     os.replace(source, target)
     _sync(target.parent)
+    drop_stale_pyc(target)
+
+
+def stale_pyc(target: Path) -> list[Path]:
+    """Compiled files of the module; one that is not checked against its source would win."""
+    return list(target.parent.glob(f"__pycache__/{target.stem}.*.pyc"))
+
+
+def drop_stale_pyc(target: Path) -> None:
+    """Remove them."""
+    for stale in stale_pyc(target):
+        stale.unlink(missing_ok=True)
 
 
 def _sync(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import base64
+import contextlib
 import csv
 import functools
 import hashlib
@@ -9,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import os
 import subprocess
+import warnings
 from pathlib import Path
 
 RELATIVE = "megatron/core/optimizer/clip_grads.py"
@@ -27,7 +29,8 @@ class Refusal(Exception):
 
     def __init__(self, error: str, hint: str, code: int = 1):
         super().__init__(error)
-        self.error, self.hint, self.code = error, hint, code
+        # A message of some library may have several lines.
+        self.error, self.hint, self.code = " ".join(error.split()), " ".join(hint.split()), code
 
 
 def our_file() -> Path:
@@ -37,12 +40,11 @@ def our_file() -> Path:
 
 
 def in_checkout() -> bool:
-    """Whether this code runs from a checkout of the project rather than from a wheel."""
-    return (Path(__file__).resolve().parents[2] / "setup.py").is_file()
+    """Whether this code runs from a checkout of the project; a wheel brings the file as data."""
+    return not Path(__file__).resolve().with_name("clip_grads.py").is_file()
 
 
-def sha256(content: bytes) -> str:
-    """Hex digest."""
+def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
@@ -53,9 +55,9 @@ class Target:
         """Find it in `folder`, or where `import megatron.core` would."""
         if folder is not None:
             self.root = Path(folder).absolute()
-            if not self.root.is_dir():
+            if not folder or not self.root.is_dir():
                 raise Refusal(
-                    f"--target {folder} is not a folder",
+                    f"--target {folder!r} is not a folder",
                     "name the folder that holds megatron/core",
                     code=2,
                 )
@@ -66,23 +68,22 @@ class Target:
                     "no Megatron-Core is installed for this Python",
                     "pip install megatron-core, or name a checkout with --target DIR",
                 )
-            self.root = Path(spec.origin).parent.parent.parent
+            self.root = Path(spec.origin).absolute().parent.parent.parent
         self.file = self.root / RELATIVE
-        self.original = self.file.with_name(self.file.name + ".orig")
         self.package_info = self.root / "megatron" / "core" / "package_info.py"
-        if not self.package_info.is_file() or not os.path.lexists(self.file):
-            raise Refusal(
-                f"{self.root} holds no Megatron-Core: there is no {RELATIVE} beside its "
-                f"package_info.py",
-                "name the folder that holds megatron/core with --target DIR",
-            )
+        for needed in (self.package_info, self.file):
+            if not os.path.lexists(needed):
+                raise Refusal(
+                    f"{self.root} holds no Megatron-Core: there is no {needed}",
+                    "name the folder that holds megatron/core with --target DIR",
+                )
 
     @functools.cached_property
     def version(self) -> str:
         """Version from package_info.py, read but not run."""
         values = {}
         try:
-            for node in ast.parse(self.package_info.read_bytes()).body:
+            for node in _parse(self.package_info.read_bytes()).body:
                 if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
                     values[ast.unparse(node.targets[0])] = node.value.value
             return "{MAJOR}.{MINOR}.{PATCH}{PRE_RELEASE}".format(**values)
@@ -102,119 +103,163 @@ class Target:
     @functools.cached_property
     def state(self) -> str:
         """'ours', 'older' (ours, of an earlier release), 'upstream', 'modified' or 'dangling'."""
-        if self.content is None:
-            return "dangling"
-        digest = sha256(self.content)
-        if digest == sha256(our_file().read_bytes()):
+        return "dangling" if self.content is None else self._kind(self.content)
+
+    def _kind(self, content: bytes) -> str:
+        digest = _sha256(content)
+        if digest == _sha256(our_file().read_bytes()):
             return "ours"
         if digest in OLDER_SHA256:
             return "older"
-        if digest in self._recorded() or self.content == self._committed():
-            return "upstream"
-        return "modified"
+        return "upstream" if digest in self.upstream[0] else "modified"
 
-    def _recorded(self) -> set[str]:
-        """sha256 of clip_grads.py as pip installed it."""
+    @functools.cached_property
+    def upstream(self) -> tuple[set[str], str]:
+        """sha256 of the file as pip's RECORD has it, else git's HEAD; and why, if there is none."""
         found = set()
         for record in self.root.glob("megatron_core-*.dist-info/RECORD"):
-            with record.open(newline="", encoding="utf-8") as lines:
-                for row in csv.reader(lines):
-                    if row and row[0] == RELATIVE and row[1].startswith("sha256="):
+            with contextlib.suppress(ValueError, OSError, csv.Error):
+                for row in csv.reader(record.read_text(encoding="utf-8").splitlines()):
+                    if row[:1] == [RELATIVE] and row[1:] and row[1].startswith("sha256="):
                         code = row[1].removeprefix("sha256=")
                         found.add(base64.urlsafe_b64decode(code + "=" * (-len(code) % 4)).hex())
+        if found:
+            return found, ""
+        call = ["git", "-C", str(self.root), "cat-file", "blob", f"HEAD:./{RELATIVE}"]
+        # A hook or an alias may have set GIT_DIR for another repository.
+        environment = {key: os.environ[key] for key in os.environ if not key.startswith("GIT_")}
+        try:
+            done = subprocess.run(call, capture_output=True, check=False, env=environment)
+        except OSError as error:
+            return set(), f"pip has no RECORD of it, and git does not run ({error})"
+        if done.returncode != 0:
+            why = done.stderr.decode(errors="replace").strip()
+            return set(), f"pip has no RECORD of it, and git says: {why}"
+        return {_sha256(done.stdout)}, ""
+
+    @functools.cached_property
+    def originals(self) -> list[Path]:
+        """What earlier runs kept, oldest first."""
+        number, found = 0, []
+        while os.path.lexists(name := self._kept(number)):
+            found.append(name)
+            number += 1
         return found
 
-    def _committed(self) -> bytes | None:
-        """clip_grads.py as git's HEAD has it, in a checkout."""
-        command = ["git", "-C", str(self.root), "cat-file", "blob", f"HEAD:./{RELATIVE}"]
-        try:
-            done = subprocess.run(command, capture_output=True, check=False)
-        except FileNotFoundError:  # no git here
+    def _kept(self, number: int) -> Path:
+        return self.file.with_name(f"{self.file.name}.original" + (f".{number}" if number else ""))
+
+    @functools.cached_property
+    def original(self) -> Path | None:
+        """The kept file that `revert` puts back: upstream's if there is it, else the newest."""
+        usable = [path for path in self.originals if path.is_file()]
+        usable = [path for path in usable if self._kind(path.read_bytes()) not in ("ours", "older")]
+        upstream = [path for path in usable if self._kind(path.read_bytes()) == "upstream"]
+        return (upstream or usable or [None])[-1]
+
+    @functools.cached_property
+    def keep_as(self) -> Path | None:
+        """A free name to keep the file in place by; None if it is ours, gone, or kept already."""
+        if self.state not in ("upstream", "modified"):
             return None
-        return done.stdout if done.returncode == 0 else None
+        for path in self.originals:
+            if _same(path, self.file):
+                return None
+        return self._kept(len(self.originals))
 
     def objections(self) -> list[str]:
         """Why replacing the file in place, whatever it is, could lose something."""
         found = []
-        if self.state == "modified":
-            found.append("it has local edits: it is neither upstream's file nor ours")
-        if self.state == "dangling" and not os.path.lexists(self.original):
+        if self.state == "dangling" and not self.originals:
             found.append(f"it links to {self.link}, which is gone, and no original is kept")
+        if self.state == "modified":
+            known, why = self.upstream
+            edited = "it has local edits: it is neither upstream's file nor ours"
+            found.append(edited if known else f"nothing tells whether it was edited: {why}")
         if self.state not in ("modified", "upstream"):
             return found
         try:
-            tree = ast.parse(self.content)
+            tree = _parse(self.content)
         except (SyntaxError, ValueError) as error:
             return found + [f"it is not valid Python ({error})"]
-        if _groups_by_dtype(tree):
-            found.append("it groups by dtype already")
-        ours = _functions(ast.parse(our_file().read_bytes()))
-        for name, parameters in _functions(tree).items():
+        line = _reads_dtypes(tree)
+        if line:
+            found.append(f"it seems to group by dtype already, in line {line}")
+        ours = _definitions(_parse(our_file().read_bytes()).body)
+        for name, parameters in _definitions(tree.body).items():
             if name not in ours:
-                found.append(f"it defines {name}(), which ours does not")
+                found.append(f"it defines {name}, which ours does not")
             elif parameters - ours[name]:
                 extra = ", ".join(sorted(parameters - ours[name]))
                 found.append(f"its {name}() takes {extra}, which ours does not")
         return found
 
 
-def _functions(tree: ast.Module) -> dict[str, set[str]]:
-    """Parameter names of each public function of a module."""
+def _same(path: Path, other: Path) -> bool:
+    """Whether two files are one, or equal in content, kind, mode and owner."""
+    one, two = path.lstat(), other.lstat()
+    alike = all(getattr(one, at) == getattr(two, at) for at in ("st_mode", "st_uid", "st_gid"))
+    if path.is_symlink() or other.is_symlink():
+        return alike and os.readlink(path) == os.readlink(other)
+    return alike and path.is_file() and path.read_bytes() == other.read_bytes()
+
+
+def _parse(source: bytes) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such as for an invalid escape in a docstring
+        return ast.parse(source)
+
+
+def _definitions(body: list[ast.stmt]) -> dict[str, set[str]]:
+    """Public functions (with their parameters' names) and classes, also under if and try."""
     found = {}
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             every = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
             every += [arg for arg in (node.args.vararg, node.args.kwarg) if arg]
             found[node.name] = {arg.arg for arg in every}
-    return found
+        elif isinstance(node, ast.ClassDef):
+            found[node.name] = set()
+        else:
+            for part in ("body", "orelse", "finalbody", "handlers"):
+                found |= _definitions(getattr(node, part, []))
+    return {name: parameters for name, parameters in found.items() if not name.startswith("_")}
 
 
-def _calls(tree: ast.AST, names: set[str]) -> bool:
-    """Whether any of these functions is called in this part of a module."""
-    return any(
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
-        for node in ast.walk(tree)
-    )
+def _reads_dtypes(tree: ast.Module) -> int:
+    """First line that looks at gradients' dtypes, 0 if none does.
 
-
-def _groups_by_dtype(tree: ast.Module) -> bool:
-    """Whether a module that looks at dtypes launches fused kernels in a loop, or by a helper there.
-
-    Upstream's affected file launches outside of loops, and reads a dtype in assertions only.
+    Upstream's affected files do so in assertions only.
     """
-    launchers = {"multi_tensor_applier"}
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and _calls(node, {"multi_tensor_applier"}):
-            launchers.add(node.name)
-    loops = (ast.For, ast.While, ast.GeneratorExp, ast.ListComp, ast.DictComp)
-    in_loop = any(isinstance(node, loops) and _calls(node, launchers) for node in ast.walk(tree))
     asserted = {
         node
         for statement in ast.walk(tree)
         if isinstance(statement, ast.Assert)
         for node in ast.walk(statement)
     }
-    return in_loop and any(
-        isinstance(node, ast.Attribute) and node.attr == "dtype" and node not in asserted
+    lines = [
+        node.lineno
         for node in ast.walk(tree)
-    )
+        if node not in asserted
+        and (
+            (isinstance(node, ast.Attribute) and "dtype" in node.attr)
+            or (isinstance(node, ast.Name) and "dtype" in node.id)
+            or (isinstance(node, ast.Constant) and node.value == "dtype")
+        )
+    ]
+    return min(lines, default=0)
 
 
 def transformer_engine() -> dict:
     """TE's version and, for each kernel this file can use, whether TE's module names it."""
-    version = None
-    for name in ("transformer-engine", "transformer_engine"):
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        break
+    version, names = None, set()
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
+        version = importlib.metadata.version("transformer-engine")
     spec = importlib.util.find_spec("transformer_engine")
-    folders = spec.submodule_search_locations if spec else None
-    module = Path(next(iter(folders or [""]))) / "pytorch" / "optimizers" / "__init__.py"
-    names = set()
-    if module.is_file():
-        for node in ast.walk(ast.parse(module.read_bytes())):
-            if isinstance(node, ast.ImportFrom):
-                names.update(alias.asname or alias.name for alias in node.names)
+    for folder in (spec and spec.submodule_search_locations) or []:
+        module = Path(folder, "pytorch", "optimizers", "__init__.py")
+        with contextlib.suppress(OSError, SyntaxError, ValueError):
+            for node in ast.walk(_parse(module.read_bytes())):
+                if isinstance(node, ast.ImportFrom):
+                    names.update(alias.asname or alias.name for alias in node.names)
     return {"version": version, "kernels": {name: name in names for name in TE_KERNELS}}
