@@ -6,7 +6,7 @@ import inspect
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -22,25 +22,19 @@ from ..utils import get_data_parallel_group_if_dtensor, to_local_if_dtensor  # p
 
 try:
     from ..tensor_parallel import param_is_not_gtp_duplicate
-except ImportError:  # before 0.19, and on the dev branch
-
-    def param_is_not_gtp_duplicate(param: torch.Tensor) -> bool:
-        """No generalized tensor parallelism, no duplicates of its making."""
-        return True
-
+except ImportError:  # before 0.19 and on the dev branch: a filter that filters nothing more
+    param_is_not_gtp_duplicate = param_is_not_shared
 
 # Looked up at every call, so that they can be replaced; None where there is no such kernel.
-multi_tensor_applier = l2_norm_impl = None
-multi_tensor_scale_impl = multi_tensor_scale_tensor_impl = None
+multi_tensor_applier = l2_norm_impl = multi_tensor_scale_impl = None
+multi_tensor_scale_tensor_impl = None
 try:
     from transformer_engine.pytorch import optimizers as _te
-    from transformer_engine.pytorch.optimizers import multi_tensor_applier
-    from transformer_engine.pytorch.optimizers import multi_tensor_l2norm as l2_norm_impl
-    from transformer_engine.pytorch.optimizers import multi_tensor_scale as multi_tensor_scale_impl
 
-    # TE before 2.14 has the other three only.
-    multi_tensor_scale_tensor_impl = getattr(_te, "multi_tensor_scale_tensor", None)
-except ImportError:
+    multi_tensor_applier, l2_norm_impl = _te.multi_tensor_applier, _te.multi_tensor_l2norm
+    multi_tensor_scale_impl = _te.multi_tensor_scale
+    multi_tensor_scale_tensor_impl = getattr(_te, "multi_tensor_scale_tensor", None)  # TE >= 2.14
+except (ImportError, AttributeError):
     try:
         import amp_C
         from apex.multi_tensor_apply import multi_tensor_applier
@@ -52,27 +46,25 @@ except ImportError:
 logger = logging.getLogger(__name__)
 _seen_compositions: set[str] = set()
 
-_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FUSABLE = (torch.float32, torch.bfloat16, torch.float16)
 # Megatron-Core before 0.17 expects the norm as a float.
 _TENSOR_NORM_EXPECTED = (MAJOR, MINOR) >= (0, 17)
 
 
 def _is_fusable(grad: torch.Tensor) -> bool:
     """Whether the fused kernels, which see a bare pointer and a size, may handle this tensor."""
-    return (
-        grad.is_cuda and grad.dtype in _FUSED_DTYPES and grad.numel() > 0 and grad.is_contiguous()
-    )
+    return grad.is_cuda and grad.dtype in _FUSABLE and grad.numel() > 0 and grad.is_contiguous()
 
 
-def _sharding_of(grad: torch.Tensor, name: str) -> tuple:
-    """(mesh, dim) pairs over which a tensor's shards add up; none for what counts once."""
+def _sharding_of(grad: DTensor, name: str, position: int) -> tuple:
+    """(mesh, dim) pairs over which its shards add up; none where it counts once."""
     # A rank outside the mesh holds no part and has no process group there.
-    if not isinstance(grad, DTensor) or grad.device_mesh.get_coordinate() is None:
+    if grad.device_mesh.get_coordinate() is None:
         return ()
     if any(placement.is_partial() for placement in grad.placements):
         raise ValueError(
-            f"{name} has placements {grad.placements}; a DTensor gradient must be sharded or "
-            f"replicated: redistribute() it first."
+            f"{name % position} has placements {grad.placements}; a DTensor gradient must be "
+            f"sharded or replicated: redistribute() it first."
         )
     # Not is_shard(), which is false for the strided shards of FSDP2 over tensor parallelism.
     sharded = [dim for dim, place in enumerate(grad.placements) if not place.is_replicate()]
@@ -90,8 +82,8 @@ def _launch_groups(grads: Iterable, name: str, by_sharding: bool) -> dict[tuple,
             continue
         sharding = ()
         if isinstance(grad, DTensor):
-            sharding = _sharding_of(grad, name % position) if by_sharding else ()
-            grad = to_local_if_dtensor(grad)
+            sharding = _sharding_of(grad, name, position) if by_sharding else ()
+            grad = grad.to_local()
         fusable = _is_fusable(grad)
         # Empty or not: a shard may be empty on this rank and not on the next.
         if not (fusable or (grad.is_floating_point() and grad.itemsize > 1)):
@@ -103,14 +95,17 @@ def _launch_groups(grads: Iterable, name: str, by_sharding: bool) -> dict[tuple,
         if fusable or grad.numel() > 0:
             group.append(grad)
     if logger.isEnabledFor(logging.DEBUG):
-        counts = Counter()
-        for (_, _, dtype, _), group in groups.items():
-            counts[str(dtype)] += len(group)
-        composition = f"groups={dict(+counts)}"
-        if composition not in _seen_compositions:
-            _seen_compositions.add(composition)
-            logger.debug(composition)
+        _log_composition(groups)
     return groups
+
+
+def _log_composition(groups: dict[tuple, list]) -> None:
+    """Log how many gradients of which dtype there are, once for each new composition."""
+    counts = Counter(str(dtype) for (_, _, dtype, _), group in groups.items() for _ in group)
+    composition = f"groups={dict(counts)}"
+    if composition not in _seen_compositions:
+        _seen_compositions.add(composition)
+        logger.debug(composition)
 
 
 def _pieces(grad: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -122,18 +117,17 @@ def _pieces(grad: torch.Tensor) -> Iterator[torch.Tensor]:
     if grad.numel() <= most:
         yield grad
         return
-    widest = max(range(grad.dim()), key=grad.size)
-    for half in grad.chunk(2, widest):
+    for half in grad.chunk(2, max(range(grad.dim()), key=grad.size)):
         yield from _pieces(half)
 
 
 def _norm_of_group(
-    grads: list[torch.Tensor], norm_type: float, device: torch.device, fusable: bool
+    grads: list, norm_type: float, device: torch.device, fused: bool
 ) -> torch.Tensor:
     """Norm of a launch group as a tensor of one element on `device`, in fp32 or better."""
     if not grads:
         return torch.zeros(1, device=device)
-    if norm_type == 2.0 and fusable and l2_norm_impl is not None:
+    if norm_type == 2.0 and fused and l2_norm_impl is not None:
         with torch.cuda.device_of(grads[0]):
             noop_flag = torch.zeros(1, dtype=torch.int, device=device)
             return multi_tensor_applier(l2_norm_impl, noop_flag, [grads], False)[0]
@@ -147,7 +141,10 @@ def _norm_of_group(
 
 def _reduction_device(group: ProcessGroup | None) -> torch.device:
     """Where the group's backend reduces: the same kind of device on every rank, grads or none."""
-    config = torch.distributed.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+    try:
+        config = torch.distributed.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+    except (TypeError, ValueError):  # torch made no such group, or left this rank out of it
+        config = "cuda:unknown"
     backend = dict(pair.split(":") for pair in config.split(",")).get("cuda", "gloo")
     # gloo accepts GPU tensors, but reduces in host memory.
     on_gpu = backend != "gloo" and torch.cuda.is_available()
@@ -165,8 +162,11 @@ def _all_reduce(
     for sharding, value in partials:
         sums[sharding] = combine(sums.get(sharding, total), value.to(device, dtype))
 
+    def order(sharding: tuple) -> str:
+        return str([(mesh.mesh.tolist(), mesh.mesh_dim_names, dim) for mesh, dim in sharding])
+
     # By mesh, not as listed: two ranks that meet in two meshes must take them in one order.
-    for sharding in sorted(sums, key=lambda key: str([(m.mesh.tolist(), dim) for m, dim in key])):
+    for sharding in sorted(sums, key=order):
         value = sums[sharding]
         for mesh, dim in sharding:
             value = value.to(_reduction_device(mesh.get_group(dim)))
@@ -184,15 +184,15 @@ def get_grad_norm_fp32(
 ) -> torch.Tensor | float:
     """Norm of the gradients of all ranks, taken as one vector.
 
-    Every rank does one all-reduce over `grad_stats_parallel_group`, whatever it holds, and before
-    it one for each mesh dimension on which it has sharded DTensors. An L2 norm takes one fused
-    launch a (device, dtype) and is the root of the sum of their squared norms, added in fp32.
+    Every rank does one all-reduce over `grad_stats_parallel_group`, whatever it holds. Before it,
+    for each way in which its DTensors are sharded, it does one for each mesh dimension of that way.
+    An L2 norm is the root of the sum of squared norms, one fused launch a (sharding, device,
+    dtype), added in fp32: right as long as squares fit fp32, from about 1e-19 to 1.8e19.
 
     Args:
-        grads_for_norm: Gradients of any shape, also empty, any floating dtype, on any device;
-            DTensors and plain tensors in any order.
-        norm_type: p of the p-norm (as `torch.linalg.vector_norm` defines it), above 0; inf or
-            'inf' for the largest absolute value.
+        grads_for_norm: Of any shape, also empty, any floating dtype, on any device; DTensors and
+            plain tensors in any order.
+        norm_type: p of the p-norm, as in `torch.linalg.vector_norm`, above 0; also inf or 'inf'.
         grad_stats_parallel_group: The default group if None.
 
     Returns:
@@ -202,9 +202,8 @@ def get_grad_norm_fp32(
 
     Raises:
         TypeError: A gradient is integer or complex, or has 8 bits an element.
-        ValueError: `norm_type` is not above 0, or a DTensor gradient is partial. Like the
-            TypeError this is in the model's definition, not in its data; with pipeline stages
-            either can still hit one rank while others wait.
+        ValueError: `norm_type` is not above 0, or a DTensor gradient is partial. Both errors come
+            from the model's definition; with pipeline stages they can still hit one rank alone.
     """
     norm_type = float(norm_type)
     if not norm_type > 0.0:
@@ -242,7 +241,7 @@ def clip_grad_by_total_norm_fp32(
     """Scale gradients in place by min(1, max_norm / (total_norm + 1e-6)).
 
     The formula is that of `torch.nn.utils.clip_grad_norm_`. Each element is multiplied in fp32
-    (fp64 ones in fp64) and rounded once. One fused launch a (device, dtype); no collective.
+    (fp64 ones in fp64) and rounded once; one fused launch a (device, dtype), no collective.
 
     Args:
         parameters: Those without a gradient are passed over.
@@ -259,12 +258,13 @@ def clip_grad_by_total_norm_fp32(
         parameters = [parameters]
     if max_norm == torch.inf:
         return
-    clip_coeff, scale_impl = max_norm / (total_norm + 1.0e-6), multi_tensor_scale_impl
-    if is_tensor := isinstance(clip_coeff, torch.Tensor):
+    clip_coeff = max_norm / (total_norm + 1.0e-6)
+    is_tensor = isinstance(clip_coeff, torch.Tensor)
+    if is_tensor:
         clip_coeff = clip_coeff.clamp(max=1.0).to(torch.float32).view(1)
-        scale_impl = multi_tensor_scale_tensor_impl
     elif not clip_coeff < 1.0:
         return
+    scale_impl = multi_tensor_scale_tensor_impl if is_tensor else multi_tensor_scale_impl
 
     attribute = "decoupled_grad" if use_decoupled_grad else "grad"
     grads = (getattr(param, attribute, None) for param in parameters)
@@ -278,9 +278,20 @@ def clip_grad_by_total_norm_fp32(
             continue
         if not is_tensor:
             coeff = torch.full((1,), clip_coeff, dtype=torch.float32, device=device)
-        for piece in (piece for grad in group for piece in _pieces(grad)):
-            # A coefficient of no dimensions would first be rounded to the dtype of the gradient.
-            piece.mul_(coeff)
+        for grad in group:
+            for piece in _pieces(grad):
+                # A GPU would round a coefficient of no dimensions to the gradient's dtype first.
+                piece.mul_(coeff)
+
+
+def _duplicate_filters(*groups: ProcessGroup | None) -> list[Callable]:
+    """Filters that are false for a shared parameter and for a duplicate on another rank."""
+    names, filters = ("tp_group", "expert_tp_group", "gtp_group", "expert_gtp_group"), []
+    for keep in (param_is_not_tensor_parallel_duplicate, param_is_not_gtp_duplicate):
+        taken = inspect.signature(keep).parameters  # others in each release
+        keywords = {name: group for name, group in zip(names, groups) if name in taken}
+        filters.append(partial(keep, **keywords))
+    return [param_is_not_shared, *filters]
 
 
 @torch.no_grad()
@@ -296,7 +307,7 @@ def count_zeros_fp32(
     """Number of zeros in the gradients of all ranks, summed in int64.
 
     Shared parameters and (generalized) tensor-parallel duplicates count once; a parameter that
-    Megatron-FSDP manages counts by its local shards. The collectives are those of the norm.
+    Megatron-FSDP manages counts by its local shards, as plain tensors. Collectives as in the norm.
 
     Args:
         parameters: Those without a gradient are passed over.
@@ -314,29 +325,23 @@ def count_zeros_fp32(
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     attribute = "decoupled_grad" if use_decoupled_grad else "grad"
-    groups = {"tp_group": tp_group, "expert_tp_group": expert_tp_group}
-    groups |= {"gtp_group": gtp_group, "expert_gtp_group": expert_gtp_group}
-    filters = [param_is_not_shared]
-    for keep in (param_is_not_tensor_parallel_duplicate, param_is_not_gtp_duplicate):
-        # Each release's filters take other groups.
-        taken = groups.keys() & inspect.signature(keep).parameters.keys()
-        filters.append(partial(keep, **{name: groups[name] for name in taken}))
-
+    filters = _duplicate_filters(tp_group, expert_tp_group, gtp_group, expert_gtp_group)
     counts = {}
     for position, param in enumerate(parameters):
         grad, sharding, padding = getattr(param, attribute, None), (), 0
-        if grad is None:
+        is_fsdp = getattr(param, "__fsdp_param__", False)
+        if grad is None and is_fsdp:
+            grad = param.grad  # where Megatron-FSDP before 0.19 leaves it in any case
+        if grad is None or not (is_fsdp or all(keep(param) for keep in filters)):
             continue
-        if getattr(param, "__fsdp_param__", False):
+        if is_fsdp:
             grad = grad._local_tensor
-        elif all(keep(param) for keep in filters):
-            sharding = _sharding_of(grad, f"parameters[{position}].{attribute}")
-            grad = to_local_if_dtensor(grad)
-            padding = getattr(param, "gtp_pad_zeros", 0)
         else:
-            continue
+            padding = getattr(param, "gtp_pad_zeros", 0)
+            if isinstance(grad, DTensor):
+                sharding = _sharding_of(grad, f"parameters[%d].{attribute}", position)
+                grad = grad.to_local()
         key = (sharding, grad.device)
-        zeros = grad.numel() - padding - torch.count_nonzero(grad)
-        counts[key] = counts.get(key, 0) + zeros
+        counts[key] = counts.get(key, 0) + grad.numel() - padding - torch.count_nonzero(grad)
     partials = [(sharding, count) for (sharding, _), count in counts.items()]
     return _all_reduce(partials, torch.int64, ReduceOp.SUM, grad_stats_parallel_group).item()

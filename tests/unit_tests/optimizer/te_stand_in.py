@@ -95,7 +95,7 @@ class Applier:
         self.launches.append((op, [tensor.dtype for tensor in tensor_lists[0]]))
         result = op(CHUNK, noop_flag, tensor_lists, *args)
         for tensors in tensor_lists:
-            tensors.clear()  # TE edits the lists it is given: nobody may use them afterwards
+            tensors[:] = [None] * len(tensors)  # TE edits the lists: nobody may use them again
         return result
 
 

@@ -201,18 +201,26 @@ def several_meshes(clip_grads, rank):
     dense = init_device_mesh("cpu", (SIZE,), mesh_dim_names=("dp",))
     expert = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("ep", "expert_dp"))
     crossed = DeviceMesh("cpu", [3, 2, 1, 0])
-    full = [random((8, 3), (BF16, FP32)[i % 2], seed=i) for i in range(4)]
-    grads = [
-        distribute_tensor(full[0], dense, [Shard(0)]),
-        distribute_tensor(full[1], expert, [Replicate(), Shard(0)]),
-        distribute_tensor(full[2], crossed, [Shard(0)]),
-        distribute_tensor(full[3], expert["expert_dp"], [Shard(0)]),
-        torch.ones(3),
+    # Unlike in their names only, and two ways of sharding over one mesh.
+    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    layouts = [
+        (dense, [Shard(0)]),
+        (expert, [Replicate(), Shard(0)]),
+        (crossed, [Shard(0)]),
+        (expert["expert_dp"], [Shard(0)]),
+        (named["cp"], [Shard(0)]),
+        (other["y"], [Shard(0)]),
+        (named, [Shard(0), Replicate()]),
+        (named, [Replicate(), Shard(0)]),
     ]
-    for seed in range(8):
+    full = [random((8, 3), (BF16, FP32)[i % 2], seed=i) for i in range(len(layouts))]
+    grads = [distribute_tensor(f, *layout) for f, layout in zip(full, layouts, strict=True)]
+    grads.append(torch.ones(3))
+    for seed in range(12):
         # Each rank has an order of its own: collectives met in list order would deadlock.
-        order = torch.randperm(5, generator=torch.Generator().manual_seed(SIZE * seed + rank))
-        mine = [grads[i] for i in order]
+        generator = torch.Generator().manual_seed(SIZE * seed + rank)
+        mine = [grads[i] for i in torch.randperm(len(grads), generator=generator)]
         norm = clip_grads.get_grad_norm_fp32(mine, 2, alone(rank))
         assert norm == pytest.approx(norm64(full + [torch.ones(3)]), rel=1e-6)
 
@@ -220,6 +228,39 @@ def several_meshes(clip_grads, rank):
 def test_dtensors_on_several_meshes_in_any_order_on_each_rank(ranks):
     """Dense and expert parameters; the collectives are in one order on all ranks."""
     ranks(several_meshes)
+
+
+def launches_by_sharding(clip_grads, rank):
+    from tests.unit_tests.optimizer import te_stand_in as te
+
+    mesh = init_device_mesh("cpu", (SIZE,))
+    placements = [[Shard(0)], [Replicate()], [Partial()]]
+    grads = [
+        DTensor.from_local(torch.ones(4), mesh, place, run_check=False) for place in placements
+    ]
+    params = [torch.nn.Parameter(torch.zeros(())) for _ in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.decoupled_grad = grad
+    names = ("multi_tensor_applier", "l2_norm_impl", "multi_tensor_scale_impl", "_is_fusable")
+    before = {name: getattr(clip_grads, name) for name in names}
+    applier = te.Applier()
+    stand_ins = (applier, te.l2norm, te.scale, te.is_fusable)
+    try:
+        for name, stand_in in zip(names, stand_ins, strict=True):
+            setattr(clip_grads, name, stand_in)
+        norm = clip_grads.get_grad_norm_fp32(grads[:2], 2, alone(rank))
+        clip_grads.clip_grad_by_total_norm_fp32(params, 1.0, 2.0, True)
+    finally:
+        for name, value in before.items():
+            setattr(clip_grads, name, value)
+    assert norm == pytest.approx(math.sqrt(4 * SIZE + 4))
+    assert applier.launches == [(te.l2norm, [FP32])] * 2 + [(te.scale, [FP32] * 3)]
+    assert all((grad.to_local() < 0.6).all() for grad in grads)
+
+
+def test_dtensors_are_clipped_by_one_launch_however_they_are_sharded(ranks):
+    """The norm takes one a sharding; a partial one can be scaled, if not measured."""
+    ranks(launches_by_sharding)
 
 
 def outside_of_the_mesh(clip_grads, rank):
@@ -240,19 +281,31 @@ def test_rank_outside_of_a_mesh_neither_raises_nor_hangs(ranks):
 
 
 def partial(clip_grads, rank):
-    mesh = init_device_mesh("cpu", (SIZE,))
-    grad = DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)
-    with pytest.raises(ValueError, match=r"grads_for_norm\[1\] has placements .*redistribute"):
-        clip_grads.get_grad_norm_fp32([torch.ones(2), grad], 2, alone(rank))
-    param = torch.nn.Parameter(torch.zeros(3))
-    param.decoupled_grad = grad
-    with pytest.raises(ValueError, match=r"parameters\[0\].decoupled_grad has placements"):
-        clip_grads.count_zeros_fp32([param], alone(rank), True)
+    mesh = init_device_mesh("cpu", (2, 2))
+    for placements in ([Partial(), Shard(0)], [Replicate(), Partial()]):
+        grad = DTensor.from_local(torch.ones(3), mesh, placements, run_check=False)
+        with pytest.raises(ValueError, match=r"grads_for_norm\[1\] has placements .*redistribute"):
+            clip_grads.get_grad_norm_fp32([torch.ones(2), grad], 2, alone(rank))
+        param = torch.nn.Parameter(torch.zeros(3))
+        param.decoupled_grad = grad
+        with pytest.raises(ValueError, match=r"parameters\[0\].decoupled_grad has placements"):
+            clip_grads.count_zeros_fp32([param], alone(rank), True)
 
 
 def test_partial_dtensor_raises_on_every_rank(ranks):
     """Its local values say nothing about its norm."""
     ranks(partial)
+
+
+def outside_of_the_group(clip_grads, rank):
+    group = torch.distributed.new_group([0, 1])
+    norm = clip_grads.get_grad_norm_fp32([torch.ones(4)], 2, group)
+    assert norm == pytest.approx(math.sqrt(8) if rank < 2 else 2.0)
+
+
+def test_rank_outside_of_the_group_has_its_own_norm(ranks):
+    """As in the released file: torch warns and reduces nothing there."""
+    ranks(outside_of_the_group)
 
 
 def clipped_and_counted(clip_grads, rank, total_norm):
