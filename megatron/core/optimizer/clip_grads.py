@@ -121,9 +121,7 @@ def _pieces(grad: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from _pieces(half)
 
 
-def _norm_of_group(
-    grads: list, norm_type: float, device: torch.device, fused: bool
-) -> torch.Tensor:
+def _group_norm(grads: list, norm_type: float, device: torch.device, fused: bool) -> torch.Tensor:
     """Norm of a launch group as a tensor of one element on `device`, in fp32 or better."""
     if not grads:
         return torch.zeros(1, device=device)
@@ -131,12 +129,17 @@ def _norm_of_group(
         with torch.cuda.device_of(grads[0]):
             noop_flag = torch.zeros(1, dtype=torch.int, device=device)
             return multi_tensor_applier(l2_norm_impl, noop_flag, [grads], False)[0]
-    # On a CPU, an fp32 sum of a million elements is off by more than 1e-6.
-    wide = device.type == "cpu" or grads[0].dtype == torch.float64
-    dtype = torch.float64 if wide else torch.float32
     pieces = [piece for grad in grads for piece in _pieces(grad)]
-    norms = torch._foreach_norm(pieces, norm_type, dtype=dtype)
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if device.type != "cpu":
+        dtype = torch.promote_types(grads[0].dtype, torch.float32)
+        norms = torch.stack(torch._foreach_norm(pieces, norm_type, dtype=dtype))
+    else:
+        # An fp32 sum of a million elements is off by more than 1e-6 here. Results that were
+        # allocated between two pieces' scratch would keep the heap from using it twice.
+        norms = torch.empty(len(pieces), dtype=torch.float64)
+        for piece, norm in zip(pieces, norms):
+            torch.linalg.vector_norm(piece, norm_type, dtype=torch.float64, out=norm)
+    return torch.linalg.vector_norm(norms, norm_type)
 
 
 def _reduction_device(group: ProcessGroup | None) -> torch.device:
@@ -146,9 +149,9 @@ def _reduction_device(group: ProcessGroup | None) -> torch.device:
     except (TypeError, ValueError):  # torch made no such group, or left this rank out of it
         config = "cuda:unknown"
     backend = dict(pair.split(":") for pair in config.split(",")).get("cuda", "gloo")
-    # gloo accepts GPU tensors, but reduces in host memory.
-    on_gpu = backend != "gloo" and torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    if backend == "gloo" or not torch.cuda.is_available():  # gloo reduces in host memory
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _all_reduce(
@@ -161,12 +164,10 @@ def _all_reduce(
     sums = {}
     for sharding, value in partials:
         sums[sharding] = combine(sums.get(sharding, total), value.to(device, dtype))
-
-    def order(sharding: tuple) -> str:
-        return str([(mesh.mesh.tolist(), mesh.mesh_dim_names, dim) for mesh, dim in sharding])
-
     # By mesh, not as listed: two ranks that meet in two meshes must take them in one order.
-    for sharding in sorted(sums, key=order):
+    for sharding in sorted(
+        sums, key=lambda key: str([(m.mesh.tolist(), m.mesh_dim_names, dim) for m, dim in key])
+    ):
         value = sums[sharding]
         for mesh, dim in sharding:
             value = value.to(_reduction_device(mesh.get_group(dim)))
@@ -212,7 +213,7 @@ def get_grad_norm_fp32(
         grads_for_norm = [grads_for_norm]
     groups = _launch_groups(grads_for_norm, "grads_for_norm[%d]", by_sharding=True)
     norms = [
-        (sharding, _norm_of_group(grads, norm_type, device, fusable))
+        (sharding, _group_norm(grads, norm_type, device, fusable))
         for (sharding, device, _, fusable), grads in groups.items()
     ]
 
@@ -274,7 +275,7 @@ def clip_grad_by_total_norm_fp32(
         if fusable and scale_impl is not None:
             with torch.cuda.device_of(group[0]):
                 noop_flag = torch.zeros(1, dtype=torch.int, device=device)
-                multi_tensor_applier(scale_impl, noop_flag, [group, list(group)], coeff)
+                multi_tensor_applier(scale_impl, noop_flag, [group, group], coeff)
             continue
         if not is_tensor:
             coeff = torch.full((1,), clip_coeff, dtype=torch.float32, device=device)

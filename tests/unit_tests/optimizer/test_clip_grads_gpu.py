@@ -6,6 +6,8 @@ import types
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.unit_tests.optimizer.test_clip_grads_table import parameters, scaled
 
@@ -217,6 +219,20 @@ def test_gloo_group_returns_the_norm_where_the_grads_are(clip_grads, monkeypatch
     assert norm.device == grads[0].device and close(norm, norm64(grads))
 
 
+def test_dtensors_on_the_gpu(clip_grads, group):
+    """Sharded and replicated over a mesh of one GPU, among plain ones."""
+    mesh = init_device_mesh("cuda", (1,))
+    full = [random((300, 7), dtype, i) for i, dtype in enumerate([*DTYPES, FP64])]
+    for norm_type in (2, INF, 3):
+        for placement in (Shard(0), Replicate()):
+            grads = [distribute_tensor(tensor.clone(), mesh, [placement]) for tensor in full]
+            norm = clip_grads.get_grad_norm_fp32(grads + full, norm_type, group)
+            assert close(norm, norm64(full + full, norm_type))
+    clip_grads.clip_grad_by_total_norm_fp32(parameters(grads), 1.0, 7.0, True)
+    for grad, old in zip(grads, full, strict=True):
+        assert torch.equal(grad.to_local(), scaled(old, 7.0, 1.0))
+
+
 # --- no host synchronization, CUDA graphs
 
 
@@ -275,8 +291,8 @@ def test_graph_replay_follows_new_values(clip_grads, group, tensor_norm, norm_ty
 # --- clipping
 
 
-@pytest.mark.parametrize("as_tensor", [False, True], ids=["float", "tensor"])
-def test_clip_of_padded_views(clip_grads, scale_tensor, as_tensor):
+@pytest.mark.parametrize("form", ["float", "shape_1", "0_dim"])
+def test_clip_of_padded_views(clip_grads, scale_tensor, form):
     """Each element by one rounded product; the bytes around the views stay."""
     buffers, grads = [], []
     for i, dtype in enumerate([*DTYPES * 30, FP64]):
@@ -285,7 +301,9 @@ def test_clip_of_padded_views(clip_grads, scale_tensor, as_tensor):
     buffers.append(random((300, 256), BF16, 99))
     grads += [buffers[-1][:, 30:200], random((), FP32, 98), random((), BF16, 97)]
     copies, old = [b.clone() for b in buffers], [grad.clone() for grad in grads]
-    total_norm = torch.tensor([7.3], device="cuda") if as_tensor else 7.3
+    total_norm = 7.3
+    if form != "float":
+        total_norm = torch.tensor([7.3] if form == "shape_1" else 7.3, device="cuda")
     clip_grads.clip_grad_by_total_norm_fp32(parameters(grads), 1.0, total_norm, True)
     for grad, before in zip(grads, old, strict=True):
         assert torch.equal(grad, scaled(before, total_norm, 1.0)), grad.dtype
