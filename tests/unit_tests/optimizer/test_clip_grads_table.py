@@ -494,8 +494,8 @@ print("control", "copy", fits(lambda grad: grad * 2.0, buffer))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_norm_and_clip_take_no_scratch_of_a_grads_size(dtype):
     """Torch converts whole operands; here it gets pieces, and 15 MB of memory to spare."""
-    call, root = [sys.executable, "-c", SCRATCH, dtype], our_file().parents[3]
-    environment = os.environ | {"PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
+    call = [sys.executable, "-c", SCRATCH, dtype]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(call, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [line.rsplit(" ", 1) for line in done.stdout.splitlines()]

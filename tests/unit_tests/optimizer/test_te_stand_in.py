@@ -82,7 +82,9 @@ def shipped(shipped_source, monkeypatch):
     monkeypatch.setitem(sys.modules, spec.name, module)
     exec(compile(source, "shipped clip_grads.py", "exec"), module.__dict__)
     module.multi_tensor_applier, module.l2_norm_impl = te.Applier(), te.l2norm
+    # With both, releases from 0.17 on return a tensor.
     module.multi_tensor_scale_impl = te.scale
+    module.multi_tensor_scale_tensor_impl = te.scale_tensor
     return module
 
 
