@@ -68,7 +68,7 @@ class Record:
 
     def row(self, step: int, loss: torch.Tensor) -> None:
         """Print what one step did."""
-        error = abs(self.norm / self.reference - 1.0)
+        error = abs(self.norm - self.reference) / (self.reference or 1.0)
         self.rows.append((loss.item(), self.norm, self.reference, self.after, self.groups))
         # A NaN compares as false. What is clipped is rounded to bf16, by up to 2^-9 an element.
         clipped = abs(self.after / min(self.reference, MAX_NORM) - 1.0) <= 1e-2
@@ -189,6 +189,7 @@ def train_on_gpu(
         from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
         wrap, wrapping.use_megatron_fsdp = FullyShardedDataParallel, True
+        wrapping.megatron_fsdp_use_decoupled_grad = True  # releases that lack it ignore it
         wrapping.data_parallel_sharding_strategy = "optim_grads_params"
     model = wrap(config, wrapping, gpt)
     settings = OptimizerConfig(

@@ -6,7 +6,7 @@ import inspect
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -45,10 +45,9 @@ except (ImportError, AttributeError):
 
 logger = logging.getLogger(__name__)
 _seen_compositions: set[str] = set()
-
 _FUSABLE = (torch.float32, torch.bfloat16, torch.float16)
-# Megatron-Core before 0.17 expects the norm as a float.
-_TENSOR_NORM_EXPECTED = (MAJOR, MINOR) >= (0, 17)
+_MOST_IN_A_LAUNCH = 20_000  # TE 2.17 has room for 20,321 tensors, those of all lists together
+_TENSOR_NORM_EXPECTED = (MAJOR, MINOR) >= (0, 17)  # Megatron-Core expects a float before
 
 
 def _is_fusable(grad: torch.Tensor) -> bool:
@@ -58,9 +57,8 @@ def _is_fusable(grad: torch.Tensor) -> bool:
 
 def _sharding_of(grad: DTensor, name: str, position: int) -> tuple:
     """(mesh, dim) pairs over which its shards add up; none where it counts once."""
-    # A rank outside the mesh holds no part and has no process group there.
     if grad.device_mesh.get_coordinate() is None:
-        return ()
+        return ()  # a rank outside the mesh holds no part and has no process group there
     if any(placement.is_partial() for placement in grad.placements):
         raise ValueError(
             f"{name % position} has placements {grad.placements}; a DTensor gradient must be "
@@ -76,14 +74,15 @@ def _launch_groups(grads: Iterable, name: str, by_sharding: bool) -> dict[tuple,
 
     Only a group that is not fusable can be empty; it stays for its sharding's collectives.
     """
-    groups = {}
+    groups, latest = {}, None
     for position, grad in enumerate(grads):
-        if grad is None:
-            continue
         sharding = ()
-        if isinstance(grad, DTensor):
-            sharding = _sharding_of(grad, name, position) if by_sharding else ()
-            grad = grad.to_local()
+        if type(grad) is not torch.Tensor:  # spares most of them the slow isinstance()
+            if grad is None:
+                continue
+            if isinstance(grad, DTensor):
+                sharding = _sharding_of(grad, name, position) if by_sharding else ()
+                grad = grad.to_local()
         fusable = _is_fusable(grad)
         # Empty or not: a shard may be empty on this rank and not on the next.
         if not (fusable or (grad.is_floating_point() and grad.itemsize > 1)):
@@ -91,7 +90,9 @@ def _launch_groups(grads: Iterable, name: str, by_sharding: bool) -> dict[tuple,
                 f"{name % position} has dtype {grad.dtype}; gradients must be floating point, of "
                 f"16 bits or more: leave it out of this call."
             )
-        group = groups.setdefault((sharding, grad.device, grad.dtype, fusable), [])
+        kind = (sharding, grad.get_device(), grad.dtype, fusable)
+        if kind != latest:  # a device takes longer to hash than all else
+            latest, group = kind, groups.setdefault((sharding, grad.device, *kind[2:]), [])
         if fusable or grad.numel() > 0:
             group.append(grad)
     if logger.isEnabledFor(logging.DEBUG):
@@ -108,17 +109,15 @@ def _log_composition(groups: dict[tuple, list]) -> None:
         logger.debug(composition)
 
 
-def _pieces(grad: torch.Tensor) -> Iterator[torch.Tensor]:
+def _pieces(grad: torch.Tensor) -> list[torch.Tensor]:
     """Views of one or more dimensions that cover `grad`, each fit for one operation of torch."""
     # A CPU copies the operand whose dtype it promotes; GPU reductions may fault from 2^31 elements.
-    most = 2**16 if grad.device.type == "cpu" else 2**30
+    if grad.numel() <= (2**16 if grad.device.type == "cpu" else 2**30):
+        return [grad if grad.dim() else grad.view(1)]
     if grad.is_contiguous():
         grad = grad.view(-1)
-    if grad.numel() <= most:
-        yield grad
-        return
-    for half in grad.chunk(2, max(range(grad.dim()), key=grad.size)):
-        yield from _pieces(half)
+    halves = grad.chunk(2, max(range(grad.dim()), key=grad.size))
+    return [piece for half in halves for piece in _pieces(half)]
 
 
 def _group_norm(grads: list, norm_type: float, device: torch.device, fused: bool) -> torch.Tensor:
@@ -134,8 +133,7 @@ def _group_norm(grads: list, norm_type: float, device: torch.device, fused: bool
         dtype = torch.promote_types(grads[0].dtype, torch.float32)
         norms = torch.stack(torch._foreach_norm(pieces, norm_type, dtype=dtype))
     else:
-        # An fp32 sum of a million elements is off by more than 1e-6 here. Results that were
-        # allocated between two pieces' scratch would keep the heap from using it twice.
+        # Fp32 sums of a million elements miss 1e-6; results allocated one by one split the heap.
         norms = torch.empty(len(pieces), dtype=torch.float64)
         for piece, norm in zip(pieces, norms):
             torch.linalg.vector_norm(piece, norm_type, dtype=torch.float64, out=norm)
@@ -160,10 +158,11 @@ def _all_reduce(
     """Reduce (sharding, value) pairs over their mesh dimensions, then all once over `group`."""
     device = _reduction_device(group)
     combine = torch.maximum if op == ReduceOp.MAX else torch.add
-    total = torch.zeros(1, dtype=dtype, device=device)
+    zero = torch.zeros(1, dtype=dtype, device=device)
     sums = {}
     for sharding, value in partials:
-        sums[sharding] = combine(sums.get(sharding, total), value.to(device, dtype))
+        sums[sharding] = combine(sums.get(sharding, zero), value.to(device, dtype))
+    total = sums.pop((), zero)
     # By mesh, not as listed: two ranks that meet in two meshes must take them in one order.
     for sharding in sorted(
         sums, key=lambda key: str([(m.mesh.tolist(), m.mesh_dim_names, dim) for m, dim in key])
@@ -203,8 +202,8 @@ def get_grad_norm_fp32(
 
     Raises:
         TypeError: A gradient is integer or complex, or has 8 bits an element.
-        ValueError: `norm_type` is not above 0, or a DTensor gradient is partial. Both errors come
-            from the model's definition; with pipeline stages they can still hit one rank alone.
+        ValueError: `norm_type` is not above 0, or a DTensor is partial. Both errors come from the
+            model's definition; with pipeline stages they can still hit one rank alone.
     """
     norm_type = float(norm_type)
     if not norm_type > 0.0:
@@ -213,23 +212,31 @@ def get_grad_norm_fp32(
         grads_for_norm = [grads_for_norm]
     groups = _launch_groups(grads_for_norm, "grads_for_norm[%d]", by_sharding=True)
     norms = [
-        (sharding, _group_norm(grads, norm_type, device, fusable))
+        (sharding, _group_norm(grads[start:][:_MOST_IN_A_LAUNCH], norm_type, device, fusable))
         for (sharding, device, _, fusable), grads in groups.items()
+        for start in range(0, len(grads) or 1, _MOST_IN_A_LAUNCH)
     ]
-
     if norm_type == torch.inf:
         # A MAX of floats may lose a NaN. The bits of fp32 numbers without sign order as integers
         # do, NaN above inf.
         bits = [(sharding, norm.float().abs().view(torch.int32)) for sharding, norm in norms]
         total = _all_reduce(bits, torch.int32, ReduceOp.MAX, grad_stats_parallel_group)
         return total.view(torch.float32).item()
-
     powers = [(sharding, norm.pow(norm_type)) for sharding, norm in norms]
     total = _all_reduce(powers, torch.float32, ReduceOp.SUM, grad_stats_parallel_group)
     if not _TENSOR_NORM_EXPECTED or multi_tensor_scale_tensor_impl is None:
         return total.item() ** (1.0 / norm_type)
     gpus = [device for _, device, _, _ in groups if device.type == "cuda"]
     return total.pow(1.0 / norm_type).to(gpus[0] if gpus else total.device)
+
+
+def _scale(grads: list, scale_impl: Callable, coeff: torch.Tensor | float) -> None:
+    """One fused launch; no bit depends on its chunks, but the time of gigabytes does."""
+    in_large_chunks = sum(map(torch.Tensor.numel, grads)) > 2**31
+    kernel = (lambda size, *rest: scale_impl(16 * size, *rest)) if in_large_chunks else scale_impl
+    with torch.cuda.device_of(grads[0]):
+        noop_flag = torch.zeros(1, dtype=torch.int, device=grads[0].device)
+        multi_tensor_applier(kernel, noop_flag, [grads, grads], coeff)
 
 
 @torch.no_grad()
@@ -247,9 +254,9 @@ def clip_grad_by_total_norm_fp32(
     Args:
         parameters: Those without a gradient are passed over.
         max_norm: Inf scales nothing.
-        total_norm: A float gives a coefficient in double, rounded once to fp32; NaN leaves
-            gradients as they are. A tensor of one element gives one in fp32 on its device, with no
-            host synchronization for gradients there; NaN makes them NaN.
+        total_norm: A float gives a coefficient in double, rounded once to fp32; NaN leaves grads as
+            they are. A tensor of one element gives one in fp32 on its device, with no host
+            synchronization for gradients there; NaN makes them NaN.
         use_decoupled_grad: Scale `.decoupled_grad`, not `.grad`.
 
     Raises:
@@ -273,12 +280,10 @@ def clip_grad_by_total_norm_fp32(
     for (_, device, _, fusable), group in groups.items():
         coeff = clip_coeff.to(device) if is_tensor else clip_coeff
         if fusable and scale_impl is not None:
-            with torch.cuda.device_of(group[0]):
-                noop_flag = torch.zeros(1, dtype=torch.int, device=device)
-                multi_tensor_applier(scale_impl, noop_flag, [group, group], coeff)
+            for start in range(0, len(group), _MOST_IN_A_LAUNCH // 2):
+                _scale(group[start:][: _MOST_IN_A_LAUNCH // 2], scale_impl, coeff)
             continue
-        if not is_tensor:
-            coeff = torch.full((1,), clip_coeff, dtype=torch.float32, device=device)
+        coeff = coeff if is_tensor else torch.full((1,), coeff, dtype=torch.float32, device=device)
         for grad in group:
             for piece in _pieces(grad):
                 # A GPU would round a coefficient of no dimensions to the gradient's dtype first.
@@ -329,19 +334,16 @@ def count_zeros_fp32(
     filters = _duplicate_filters(tp_group, expert_tp_group, gtp_group, expert_gtp_group)
     counts = {}
     for position, param in enumerate(parameters):
-        grad, sharding, padding = getattr(param, attribute, None), (), 0
+        grad, sharding = getattr(param, attribute, None), ()
         is_fsdp = getattr(param, "__fsdp_param__", False)
         if grad is None and is_fsdp:
             grad = param.grad  # where Megatron-FSDP before 0.19 leaves it in any case
         if grad is None or not (is_fsdp or all(keep(param) for keep in filters)):
             continue
-        if is_fsdp:
-            grad = grad._local_tensor
-        else:
-            padding = getattr(param, "gtp_pad_zeros", 0)
-            if isinstance(grad, DTensor):
-                sharding = _sharding_of(grad, f"parameters[%d].{attribute}", position)
-                grad = grad.to_local()
+        padding = 0 if is_fsdp else getattr(param, "gtp_pad_zeros", 0)
+        if isinstance(grad, DTensor) and not is_fsdp:
+            sharding = _sharding_of(grad, f"parameters[%d].{attribute}", position)
+        grad = getattr(grad, "_local_tensor", grad)
         key = (sharding, grad.device)
         counts[key] = counts.get(key, 0) + grad.numel() - padding - torch.count_nonzero(grad)
     partials = [(sharding, count) for (sharding, _), count in counts.items()]

@@ -118,6 +118,17 @@ def test_norm_and_clip_of_the_list_that_ended_jobs(clip_grads, group, order):
         assert torch.equal(grad, scaled(old, norm, 1.0))
 
 
+def test_norm_and_clip_of_30_000_grads(clip_grads, group, scale_tensor):
+    """More than TE 2.17 takes in one launch, which raises from 20,322 tensors on."""
+    grads = [random((64,), FP32 if i % 10 == 0 else BF16, seed=i) for i in range(30_000)]
+    norm = clip_grads.get_grad_norm_fp32(grads, 2, group)
+    expected = torch.cat(grads).double().norm().item()  # the fp32 of cat() holds all of them
+    assert close(norm, expected)
+    wanted = [scaled(grad, norm, 5.0) for grad in grads]
+    clip_grads.clip_grad_by_total_norm_fp32(parameters(grads), 5.0, norm, True)
+    assert all(map(torch.equal, grads, wanted))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_dtype_has_the_bits_of_the_shipped_file(clip_grads, shipped, group, dtype):
     """Norm and clipped gradients, with many sizes."""

@@ -713,3 +713,34 @@ def test_nothing_is_composed_while_nobody_listens(clip_grads, kernels, monkeypat
     monkeypatch.setattr(clip_grads, "_seen_compositions", None)
     logging.getLogger(clip_grads.__name__).setLevel(logging.INFO)
     assert float(clip_grads.get_grad_norm_fp32([torch.ones(4)])) == 2.0
+
+
+# --- large lists
+
+
+def test_launches_of_very_long_lists_stay_within_what_te_has_room_for(
+    clip_grads, world, stand_in, monkeypatch
+):
+    """TE 2.17 raises beyond 20,321 tensors a launch, which two lists share in a scaling."""
+    monkeypatch.setattr(clip_grads, "_MOST_IN_A_LAUNCH", 20)
+    grads = [torch.full((3,), 1.0 + i, dtype=(BF16, FP32)[i % 2]) for i in range(90)]
+    wanted = [scaled(grad, 9.0, 3.0) for grad in grads]
+    norm = clip_grads.get_grad_norm_fp32(grads)
+    assert float(norm) == pytest.approx(norm64(grads), rel=1e-6)
+    assert [len(dtypes) for _, dtypes in stand_in.launches] == [20, 20, 5] * 2
+    stand_in.launches.clear()
+    clip_grads.clip_grad_by_total_norm_fp32(parameters(grads), 3.0, 9.0, True)
+    assert all(map(torch.equal, grads, wanted))
+    assert [len(dtypes) for _, dtypes in stand_in.launches] == [10, 10, 10, 10, 5] * 2
+
+
+def test_scaling_of_many_gigabytes_takes_larger_chunks(clip_grads, stand_in, monkeypatch):
+    """Of 16 times the applier's size from 2^31 elements on, and no larger below."""
+    chunks = []
+    monkeypatch.setattr(
+        clip_grads, "multi_tensor_scale_impl", lambda size, noop, lists, coeff: chunks.append(size)
+    )
+    for elements in (2**31, 2**31 + 1):
+        grad = torch.empty(elements, dtype=BF16, device="meta")
+        clip_grads.clip_grad_by_total_norm_fp32(parameters([grad]), 1.0, 2.0, True)
+    assert chunks == [2**16, 2**20]
