@@ -272,7 +272,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     target = Target(None)
     original = target.file if target.state == "upstream" else target.original
-    if original is None:
+    if original is None and ON_GPU:
         sys.exit(
             "error: the installed Megatron-Core's own clip_grads.py is not there\n"
             "hint: install megatron-core anew, or put its file back by `revert`"
