@@ -71,7 +71,8 @@ class Record:
         error = abs(self.norm - self.reference) / (self.reference or 1.0)
         self.rows.append((loss.item(), self.norm, self.reference, self.after, self.groups))
         # A NaN compares as false. What is clipped is rounded to bf16, by up to 2^-9 an element.
-        clipped = abs(self.after / min(self.reference, MAX_NORM) - 1.0) <= 1e-2
+        bound = min(self.reference, MAX_NORM)
+        clipped = abs(self.after - bound) <= 1e-2 * bound
         right = error <= MAX_ERROR and clipped
         self.worst = max(self.worst, error) if right else math.inf
         print(

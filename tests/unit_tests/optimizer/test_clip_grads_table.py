@@ -12,6 +12,8 @@ import warnings
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.clip_grads_patch.demo import MODULE
@@ -715,7 +717,24 @@ def test_nothing_is_composed_while_nobody_listens(clip_grads, kernels, monkeypat
     assert float(clip_grads.get_grad_norm_fp32([torch.ones(4)])) == 2.0
 
 
-# --- large lists
+def test_count_of_megatron_fsdp_takes_a_dtensor_as_a_plain_one(clip_grads, world, monkeypatch):
+    """No collective of its mesh, and no padding to take off."""
+    monkeypatch.setattr(clip_grads, "_sharding_of", None)
+    mesh = init_device_mesh("cpu", (1,))
+    param = parameters([distribute_tensor(torch.tensor([0.0, 1.0, 0.0]), mesh, [Shard(0)])])[0]
+    param.__fsdp_param__ = True
+    param.gtp_pad_zeros = 1
+    assert clip_grads.count_zeros_fp32([param], None, True) == 2
+
+
+# --- large lists and tensors
+
+
+def test_pieces_of_a_contiguous_grad_are_contiguous(clip_grads):
+    """Whichever dimension is the largest: strided ones take longer to read."""
+    pieces = clip_grads._pieces(torch.arange(24.0 * 7168).view(24, 7168))
+    assert len(pieces) > 1 and all(piece.is_contiguous() for piece in pieces)
+    assert torch.equal(torch.cat(pieces), torch.arange(24.0 * 7168))
 
 
 def test_launches_of_very_long_lists_stay_within_what_te_has_room_for(
