@@ -74,7 +74,7 @@ def _launch_groups(grads: Iterable, name: str, by_sharding: bool) -> dict[tuple,
 
     Only a group that is not fusable can be empty; it stays for its sharding's collectives.
     """
-    groups, latest = {}, None
+    groups, group, latest = {}, [], None
     for position, grad in enumerate(grads):
         sharding = ()
         if type(grad) is not torch.Tensor:  # spares most of them the slow isinstance()
